@@ -3,10 +3,12 @@
     ForkdError(code, status)
       BadRequest 400          BadName, BadField, BadJson
       Unauthorized 401
+      Forbidden 403           BadHost
       NotFound 404            NoSnapshot, NoSandbox, NoImage
-      Conflict 409            TagTaken, InUse, NotReady, Corrupt, SandboxDead, Unsupported
+      WrongMethod 405         TooSlow 408
+      Conflict 409            TagTaken, InUse, NotReady, Corrupt, SandboxDead, Unsupported, KeyReused
       TooLarge 413            WrongContentType 415
-      Busy 503                NoSlot
+      Busy 503                NoSlot, AuditFailed
       NoSpace 507
       EngineFailed 500        carries the step that failed
         AgentFailed 500       the guest did not answer, or not in its protocol
@@ -67,6 +69,17 @@ class Unauthorized(ForkdError):
     status = 401
 
 
+class Forbidden(ForkdError):
+    code = "forbidden"
+    status = 403
+
+
+class BadHost(Forbidden):
+    """A web page, or a name that was made to point here, is asking."""
+
+    code = "bad_host"
+
+
 class NotFound(ForkdError):
     code = "not_found"
     status = 404
@@ -91,6 +104,16 @@ class NoImage(NotFound):
 
     def __init__(self, name: object) -> None:
         super().__init__(f"image {name} not found", hint="`forkd image build <recipe>` makes one")
+
+
+class WrongMethod(ForkdError):
+    code = "wrong_method"
+    status = 405
+
+
+class TooSlow(ForkdError):
+    code = "too_slow"
+    status = 408
 
 
 class Conflict(ForkdError):
@@ -126,6 +149,12 @@ class Unsupported(Conflict):
     code = "unsupported"
 
 
+class KeyReused(Conflict):
+    """One Idempotency-Key, two different requests."""
+
+    code = "key_reused"
+
+
 class TooLarge(ForkdError):
     code = "too_large"
     status = 413
@@ -143,6 +172,12 @@ class Busy(ForkdError):
 
 class NoSlot(Busy):
     code = "no_slot"
+
+
+class AuditFailed(Busy):
+    """What cannot be recorded is not done."""
+
+    code = "audit_failed"
 
 
 class NoSpace(ForkdError):
