@@ -140,6 +140,7 @@ class SandboxInfo:
     state: SandboxState
     reason: str | None = None  # why a dead one died
     ttl_secs: int | None = None
+    spawn_ms: float | None = None  # from its turn to start until it confirmed that it is awake
     netns: str | None = None
     has_branched: bool = False
     last_branch_memory_path: str | None = None
@@ -167,6 +168,7 @@ class SandboxInfo:
             "state": self.state.value,
             "reason": self.reason,
             "ttl_secs": self.ttl_secs,
+            "spawn_ms": self.spawn_ms,
         }
 
 

@@ -51,7 +51,9 @@ class Store:
             shutil.rmtree(folder)
 
     def tags(self) -> list[Tag]:
-        return sorted(Tag(p.name) for p in self.root.iterdir() if (p / MANIFEST).is_file() and not p.is_symlink())
+        return sorted(
+            Tag(p.name) for p in self.root.iterdir() if (p / MANIFEST).is_file() and not p.is_symlink()
+        )
 
     def list(self) -> list[Snapshot]:
         found = []
@@ -67,7 +69,9 @@ class Store:
         try:
             data = json.loads((folder / MANIFEST).read_text())
             if data["format"] > FORMAT:
-                raise Corrupt(f"snapshot {tag}: {MANIFEST} has format {data['format']}, newer than this forkd")
+                raise Corrupt(
+                    f"snapshot {tag}: {MANIFEST} has format {data['format']}, newer than this forkd"
+                )
             return _parse(tag, folder, data)
         except FileNotFoundError:
             raise NoSnapshot(tag) from None
@@ -95,7 +99,8 @@ class Store:
                 raise Corrupt(f"snapshot {snapshot.tag}: {name} is missing, or not the {size} bytes it was")
         if not snapshot.rootfs.is_file():
             raise Corrupt(
-                f"snapshot {snapshot.tag}: its image's {snapshot.rootfs.name} is gone", hint="build the image again"
+                f"snapshot {snapshot.tag}: its image's {snapshot.rootfs.name} is gone",
+                hint="build the image again",
             )
 
     @contextlib.contextmanager
@@ -104,7 +109,9 @@ class Store:
         with self._lock:
             folded = {t.value.casefold() for t in self.tags()} | {t.casefold() for t in self._claimed}
             if tag.value.casefold() in folded:
-                raise TagTaken(f"snapshot {tag} already exists", hint=f"delete it first: forkd snapshot rm {tag}")
+                raise TagTaken(
+                    f"snapshot {tag} already exists", hint=f"delete it first: forkd snapshot rm {tag}"
+                )
             if shutil.disk_usage(self.root).free < need_bytes + _SPARE_BYTES:
                 raise NoSpace(f"{self.root} has less than {(need_bytes + _SPARE_BYTES) >> 20} MiB free")
             self._claimed.add(tag.value)

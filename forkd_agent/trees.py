@@ -36,7 +36,9 @@ class Tree:
             found = self._members()
             if found <= killed:
                 return
-            for pid in found:
+            # The command first, then the rest by age: a shell that outlives its child would report that child's
+            # death as its own result, or go on to its next line.
+            for pid in sorted(found, key=lambda pid: (pid != self.pid, pid)):
                 _kill(pid)
             killed |= found
 

@@ -34,7 +34,7 @@ def read_token(path: Path) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as e:
         raise BadField("token_file", f"cannot open {path}: {e.strerror}", hint=_GENERATE) from e
-    with open(fd, "rb") as file:
+    with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise BadField("token_file", f"{path} is not a regular file")

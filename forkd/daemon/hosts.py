@@ -83,7 +83,7 @@ class HostLayer:
                 origins.append(value.decode("latin-1"))
         if not self._known(host_of(host)):
             raise BadHost(
-                f"this daemon does not answer under the name {ascii(host[:80])}",
+                f"this daemon does not answer under the name {host[:80]!a}",
                 hint="use its address, or add the name to allowed_hosts",
             )
         if any(origin not in (f"http://{host}", f"https://{host}") for origin in origins):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from typing import Any, NoReturn
 
 from forkd.errors import BadJson
@@ -45,9 +46,8 @@ def loads(raw: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise BadJson(f"the key {ascii(twice[:64])} appears twice in one object")
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise BadJson(f"the key {twice[:64]!a} appears twice in one object")
     return found
 
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from forkd.errors import BadField, NoSpace
-from forkd.images import catalog, initrd, kernel, rootfs, tools
+from forkd.images import catalog, initrd, tools
+from forkd.images import kernel as kernels
+from forkd.images import rootfs as disks
 from forkd.images.cache import Cache
 from forkd.images.files import copy_sparse, digest_file, digest_values
 from forkd.images.host import this_host
@@ -44,6 +46,8 @@ def build(
     builds everything anew, under a new key: snapshots of the old one keep their files.
     """
     progress = progress or Silent()
+    if kernel is not None:
+        _check_is_file("kernel", kernel)
     cache = Cache(images_dir)
     with _unwinding(), cache.opened(), cache.lock("image", recipe.name, progress):
         inputs = _inputs(recipe, kernel)
@@ -62,10 +66,12 @@ def adopt_files(
     A kernel that equals that of an image gets its modules; any other must have virtio and ext4 built in.
     """
     progress = progress or Silent()
+    _check_is_file("kernel", kernel)
+    _check_is_file("rootfs", rootfs)
     cache = Cache(images_dir)
     with _unwinding(), cache.opened(), cache.stage() as stage:
         progress.stage("copy")
-        chosen = _given_kernel(cache, kernel, progress)
+        chosen = kernels.from_file(cache, kernel, progress)
         copy = stage / "rootfs.ext4"
         copy_sparse(rootfs, copy)
         _check_is_ext4(copy)
@@ -83,11 +89,11 @@ def adopt_files(
 
 def _inputs(recipe: Recipe, given: Path | None) -> str:
     host = this_host()
-    chosen = digest_file(given) if given else kernel.package_key(recipe.kernel_package, host)
+    chosen = digest_file(given) if given else kernels.package_key(recipe.kernel_package, host)
     return digest_values(
         {
             "kernel": chosen,
-            "rootfs": rootfs.content_key(recipe, host),
+            "rootfs": disks.content_key(recipe, host),
             "initrd": initrd.content_key(),
             "machine": asdict(recipe.machine),
             "env": recipe.env,
@@ -102,15 +108,15 @@ def _build(
     host = this_host()
     # All at once and first: a newcomer should not learn of them one by one, minutes apart.
     fetching = [] if given else ["apt-get", "apt-cache", "dpkg-deb", "depmod"]
-    tools.need("busybox", *fetching, *rootfs.needed_tools(recipe))
+    tools.need("busybox", *fetching, *disks.needed_tools(recipe))
     initrd.static_busybox()
     progress.stage("kernel")
     if given is not None:
-        chosen = _given_kernel(cache, given, progress)
+        chosen = kernels.from_file(cache, given, progress)
     else:
-        chosen = kernel.from_package(cache, recipe.kernel_package, host, progress, force=force)
+        chosen = kernels.from_package(cache, recipe.kernel_package, host, progress, force=force)
     progress.stage("rootfs")
-    disk = rootfs.make(cache, recipe, host, progress, force=force)
+    disk = disks.make(cache, recipe, host, progress, force=force)
     progress.stage("initrd")
     return _assemble(cache, recipe, inputs, chosen, disk)
 
@@ -142,11 +148,9 @@ def _assemble(cache: Cache, recipe: Recipe, inputs: str, chosen: Kernel, disk: P
     return image
 
 
-def _given_kernel(cache: Cache, path: Path, progress: Progress) -> Kernel:
-    try:
-        return kernel.from_file(cache, path, progress)
-    except FileNotFoundError as e:
-        raise BadField("kernel", f"{path} does not exist") from e
+def _check_is_file(field: str, path: Path) -> None:
+    if not path.is_file():  # a FIFO would block the first read for ever
+        raise BadField(field, f"{path} does not exist or is not a regular file")
 
 
 def _check_is_ext4(path: Path) -> None:

@@ -58,12 +58,16 @@ class Cache:
                 stack.enter_context(_flocked(path, fcntl.LOCK_EX))
             yield
 
-    def locked_now(self, kind: str, name: str) -> bool:
-        try:
-            with _flocked(self._locks / f"{kind}-{name}", fcntl.LOCK_EX | fcntl.LOCK_NB):
-                return False
-        except _Held:
-            return True
+    @contextmanager
+    def try_lock(self, kind: str, name: str) -> Iterator[bool]:
+        """As `lock`, but yields False instead of waiting."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(_flocked(self._locks / f"{kind}-{name}", fcntl.LOCK_EX | fcntl.LOCK_NB))
+            except _Held:
+                yield False
+            else:
+                yield True
 
     @contextmanager
     def stage(self) -> Iterator[Path]:

@@ -57,13 +57,13 @@ def remove_image(images_dir: Path, name: str, *, in_use: Container[str] = ()) ->
     """
     ImageName(name)
     cache = Cache(images_dir)
-    with cache.opened():
+    with cache.opened(), cache.try_lock("image", name) as free:
         folder = cache.images / name
         if not folder.is_dir():
             raise NoImage(name)
         if any(path.name in in_use for path in folder.iterdir()):
             raise InUse(f"image {name} is in use by a snapshot", hint="delete its snapshots first")
-        if cache.locked_now("image", name):
+        if not free:
             raise InUse(f"image {name} is being built", hint="wait for that build, or interrupt it")
         with cache.stage() as stage:
             folder.rename(stage / "removed")

@@ -17,7 +17,8 @@ from forkd.images import tools
 # A release's own suites. Prefix matching would let in third parties ("bookworm-pgdg") and backports.
 _SUITE_SUFFIXES = ("", "-updates", "-security")
 _APT_SETTING = re.compile(
-    r"Acquire::(?:(?:http|https)::(?:[^ ]+::)?(?:Proxy|Proxy-Auto-Detect|CaInfo|CaPath)|Check-Valid-Until) "
+    r"Acquire::(?:(?:http|https)::(?:[^ ]+::)?(?:Proxy|Proxy-Auto-Detect|CaInfo|CaPath)(?:::[^ ]+)?"
+    r"|Check-Valid-Until) "
 )
 
 Stanza = dict[str, str]  # one deb822 paragraph, keys in lower case

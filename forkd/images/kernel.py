@@ -51,7 +51,7 @@ def from_package(
     with cache.lock("kernel", key[:2], progress):
         if force or not target.exists():
             with cache.stage() as stage:
-                names = _resolve([package] if package else _candidates(host))
+                names = resolve([package] if package else _candidates(host))
                 _download(names, stage, progress)
                 _extract(stage, progress)
                 cache.commit(stage / "out", target)
@@ -87,10 +87,16 @@ def load_order(dependencies: str, builtin: str) -> list[str]:
         paths[_module_name(path)] = path
     inside = {_module_name(line) for line in builtin.splitlines()}
     order: list[str] = []
+
+    def load(path: str) -> None:
+        if path not in order:
+            for need in reversed(needs[path]):  # depmod lists the nearest need first
+                load(need)
+            order.append(path)
+
     for name in _LOAD:
         if name in paths:
-            # depmod lists the nearest need first, so loading goes from the right.
-            order += [p for p in [*reversed(needs[paths[name]]), paths[name]] if p not in order]
+            load(paths[name])
         elif name in _REQUIRED and name not in inside:
             raise Unsupported(
                 f"the kernel has no {name}, which a microVM needs",
@@ -107,7 +113,7 @@ def _candidates(host: Host) -> list[str]:
     return _CANDIDATES.get(host.distribution, _CANDIDATES["debian"])
 
 
-def _resolve(candidates: list[str]) -> list[str]:
+def resolve(candidates: list[str]) -> list[str]:
     """The packages that hold the files, behind the first candidate apt knows."""
     for candidate in candidates:
         holders: list[str] = []

@@ -62,10 +62,11 @@ def load_recipe(path: Path) -> Recipe:
         raise BadField("recipe", f"cannot read {path}: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise BadField("recipe", f"{path} is not TOML: {e}") from e
-    return _parse(data, path.parent.resolve())
+    return parse_recipe(data, path.parent.resolve())
 
 
-def _parse(data: dict[str, Any], folder: Path) -> Recipe:
+def parse_recipe(data: dict[str, Any], folder: Path) -> Recipe:
+    """Check every value. `folder`, already resolved, is where the recipe's files are."""
     sections = {name: _section(data, name) for name in _SCHEMA}
     for key in data:
         if key not in _SCHEMA and key not in ("name", "description"):
@@ -158,7 +159,8 @@ def _variable(key: str, value: object) -> tuple[str, str]:
 def _file(guest: str, host: object, folder: Path) -> tuple[str, Path]:
     key = f"files.{guest}"
     path = PurePosixPath(_text(key, guest))
-    if not path.is_absolute() or str(path) != guest or ".." in path.parts or len(path.parts) < 2:
+    plain = path.parts[:1] == ("/",) and str(path) == guest and ".." not in path.parts
+    if not plain or len(path.parts) < 2 or any(len(part.encode()) > 255 for part in path.parts):
         raise BadField(key, "must be an absolute, plain path in the guest")
     if any(path.is_relative_to(mount) for mount in _HIDDEN):
         raise BadField(key, f"would be hidden: the guest mounts over {', '.join(_HIDDEN)}")
@@ -173,13 +175,9 @@ def _warmup(section: Mapping[str, Any], folder: Path) -> str:
         return ""
     found = _beneath("warmup.script", section["script"], folder)
     try:
-        source = found.read_text()
-        compile(source, found.name, "exec")
+        return found.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise BadField("warmup.script", f"cannot read {section['script']!r}: {e}") from e
-    except (SyntaxError, ValueError) as e:
-        raise BadField("warmup.script", f"{section['script']!r} is not Python: {e}") from e
-    return source
 
 
 def _source(section: Mapping[str, Any], folder: Path) -> Path | None:

@@ -31,6 +31,7 @@ _EXCLUDED = (
     "/usr/share/lintian/*",
     "/usr/share/i18n/*",
 )
+_KEPT = ("/usr/share/doc/*/copyright", "/usr/share/locale/locale.alias")
 # Named one by one: what a host's mke2fs turns on by itself may be more than an older guest kernel can mount.
 # No journal: a child's disk is thrown away with it, and a snapshot is taken whole.
 _EXT4_FEATURES = (
@@ -138,7 +139,7 @@ def _debootstrap(root: Path, recipe: Recipe, host: Host, stage: Path, progress: 
     argv = [str(tools.find("mmdebstrap")), "--mode=root", "--format=directory", "--variant=apt"]
     argv += [f"--include={','.join(recipe.debian)}"]
     argv += [f"--dpkgopt=path-exclude={pattern}" for pattern in _EXCLUDED]
-    argv += ["--dpkgopt=path-include=/usr/share/locale/locale.alias"]
+    argv += [f"--dpkgopt=path-include={pattern}" for pattern in _KEPT]
     # The staging folder is closed to everyone else, and so to apt's own unprivileged user.
     argv += ['--aptopt=APT::Sandbox::User "root";']
     argv += [f"--aptopt={line}" for line in hosts.apt_settings()]

@@ -27,7 +27,9 @@ _VMM_SHARE_MIB = 64  # what the VMM itself may use on top of a sandbox's memory 
 class MicrovmEngine:
     name = EngineName.MICROVM
 
-    def __init__(self, *, state_dir: Path, data_dir: Path, qemu: str = "", accel: Accel, allow_tcg: bool) -> None:
+    def __init__(
+        self, *, state_dir: Path, data_dir: Path, qemu: str = "", accel: Accel, allow_tcg: bool
+    ) -> None:
         self._verdict_file = state_dir / "kvm.json"
         self._qemu = qemu
         self._default = accel
@@ -44,7 +46,15 @@ class MicrovmEngine:
             qemu = Check("qemu", "fail", str(e), e.hint or "")
         verdict = kvm.verdict(self._verdict_file, image, self._qemu)
         if verdict is None:
-            return [qemu, Check("kvm", "warn", "not proved yet: that takes a built image", "forkd image build python-numpy")]
+            return [
+                qemu,
+                Check(
+                    "kvm",
+                    "warn",
+                    "not proved yet: that takes a built image",
+                    "forkd image build python-numpy",
+                ),
+            ]
         if verdict.usable:
             return [qemu, Check("kvm", "pass", verdict.reason)]
         allowed = "; emulation (tcg) is allowed by the settings" if self._allow_tcg else ""

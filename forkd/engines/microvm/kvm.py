@@ -59,7 +59,9 @@ def _boots(image: Image, qemu: str) -> tuple[bool, str]:
     except Unsupported as e:
         return False, str(e)
     started = time.monotonic()
-    guest = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    guest = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     assert guest.stdout is not None
     seen = b""
     try:
@@ -76,5 +78,7 @@ def _boots(image: Image, qemu: str) -> tuple[bool, str]:
         guest.kill()
         guest.wait()
         guest.stdout.close()
-    heard = "printed nothing" if not seen else f"got as far as: {seen.decode(errors='replace').strip()[-120:]}"
+    heard = (
+        "printed nothing" if not seen else f"got as far as: {seen.decode(errors='replace').strip()[-120:]}"
+    )
     return False, f"/dev/kvm opens, but a guest kernel did not boot within {seconds:.0f} s ({heard})"

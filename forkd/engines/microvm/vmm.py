@@ -15,7 +15,7 @@ from forkd.errors import Unsupported
 from forkd.models import Accel, Image, Machine
 
 INSTALL_HINT = "install it: apt-get install -y qemu-system-x86"
-_CONSOLE = "console=ttyS0 earlyprintk=ttyS0 reboot=t panic=-1 quiet random.trust_cpu=on"
+_CONSOLE = "console=ttyS0 reboot=t panic=-1 quiet random.trust_cpu=on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,10 @@ def _disk(layers: list[Path]) -> list[str]:
     for depth, path in reversed(list(enumerate(layers))):
         top, raw = depth == 0, depth == len(layers) - 1
         read_only = "off" if top else "on"
-        args += ["-blockdev", f"driver=file,node-name=f{depth},filename={_quoted(path)},read-only={read_only}"]
+        args += [
+            "-blockdev",
+            f"driver=file,node-name=f{depth},filename={_quoted(path)},read-only={read_only}",
+        ]
         node = f"driver={'raw' if raw else 'qcow2'},node-name=d{depth},file=f{depth},read-only={read_only}"
         args += ["-blockdev", node + (f",backing={below}" if below else "")]
         below = f"d{depth}"
@@ -97,7 +100,14 @@ def _channels(qmp_fd: int, agent_fd: int) -> list[str]:
 
 
 def boot(
-    vmm: Vmm, accel: Accel, image: Image, machine: Machine, memory: Path, disk: Path, fds: tuple[int, int], marker: str
+    vmm: Vmm,
+    accel: Accel,
+    image: Image,
+    machine: Machine,
+    memory: Path,
+    disk: Path,
+    fds: tuple[int, int],
+    marker: str,
 ) -> list[str]:
     return [
         *_common(vmm, accel, machine, marker),
@@ -140,7 +150,7 @@ def probe_boot(vmm: Vmm, accel: Accel, image: Image) -> list[str]:
         *("-cpu", "host" if accel is Accel.KVM else "max"),
         *("-m", "256M"),
         *("-kernel", str(image.kernel), "-initrd", str(image.initrd)),
-        *("-append", f"{_CONSOLE} forkd.probe"),
+        *("-append", f"{_CONSOLE} earlyprintk=ttyS0 forkd.probe"),
         *("-serial", "stdio"),
     ]
 
